@@ -198,7 +198,7 @@ class Run:
             column.kind == "late",
             2 * BLOCK if plan.settings.has_window else 0,
             plan.habits.unit if plan.settings.keeps_checkpoints else 0,
-            column.is_v2,
+            plan.settings.is_v2,
         )
         self.verdict = Verdict()
         self._steps: deque[tuple[SchedulerOutput, StepResult]] = deque()

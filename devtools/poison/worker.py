@@ -152,8 +152,9 @@ class Worker:
                 request.drafts = []
             if not self._is_v2:
                 self._follow_scheduler(request, name, cached, i)
-            for ids, more in zip(request.blocks, cached.new_block_ids[i] or (), strict=False):
-                ids.extend(more)
+            if (new_blocks := cached.new_block_ids[i]) is not None:
+                for ids, more in zip(request.blocks, new_blocks, strict=True):
+                    ids.extend(more)
         self._batch = set(step.num_scheduled_tokens)
 
     def _follow_scheduler(self, request: WorkerRequest, name: str, cached: CachedRequestData, i: int) -> None:

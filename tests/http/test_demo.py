@@ -91,6 +91,7 @@ def _with_completion(**changes: object) -> Callable[[Row], Row]:
         (1, _with_completion(token_ids=[1, 3]), "the output of 'again' differs from the cold run's: token 2 is 3 "),
         (2, _with_completion(logprobs=[-0.5, -1.0000001]), "token 2 is 2 (logprob -1.0000001) and not 2 (-1.0)"),
         (2, _with_completion(logprobs=[-0.5, float("nan")]), "the output of 'new server' differs"),
+        (1, _with_completion(token_ids=[1], logprobs=[-0.5]), "1 tokens and not 2"),
         (1, _with_completion(num_cached_tokens=RESTORABLE - 64), f"restored {RESTORABLE - 64} tokens"),
         (0, _with_completion(num_cached_tokens=64), "'cold' restored 64 tokens and not 0"),
         (1, lambda row: replace(row, loaded_bytes={"cpu": 0, "disk": 0}), "the workers loaded nothing"),
